@@ -79,9 +79,7 @@ def _resolve(
             lambda x: resolve_leaf(one, x), subtree, is_leaf=is_broadcast
         )
         # A broadcast node was one leaf until here; give each of its leaves its axis.
-        return jtu.tree_map(
-            lambda a, x: jtu.tree_map(lambda _: a, x), axes, subtree
-        )
+        return jtu.tree_map(lambda a, x: jtu.tree_map(lambda _: a, x), axes, subtree)
 
     _check_prefix(name, spec, tree)
     axes = jtu.tree_map(resolve_subtree, spec, tree, is_leaf=is_none)
@@ -231,9 +229,13 @@ def batch_size(
 def _summary(named) -> str:
     if not named:
         return "It was called without any array or other leaf."
-    return "Broadcast are " + ", ".join(
-        f"`{_argument_name(path)}` ({describe(leaf)})" for path, leaf in named[:5]
-    ) + (", ..." if len(named) > 5 else ".")
+    return (
+        "Broadcast are "
+        + ", ".join(
+            f"`{_argument_name(path)}` ({describe(leaf)})" for path, leaf in named[:5]
+        )
+        + (", ..." if len(named) > 5 else ".")
+    )
 
 
 def describe(leaf: Any) -> str:

@@ -41,8 +41,8 @@ class Chunked(eqx.Module):
 
     - `module`: any callable pytree, most often an Equinox module, that takes one row;
         or many rows with `batched=True`.
-    - `chunk_size`: the most rows to evaluate together. `None`: all of them, which is the
-        plain program.
+    - `chunk_size`: the most rows to evaluate together. `None`: all, which is the plain
+        program.
     - `batched`: whether `module` takes a batch, whose rows it treats independently, as
         for [`filter_chunk`][]. It is then given one key for each row, too.
     - `in_axes`, `out_axes`, `axis_name`, `collectives`, `remat`, `accumulate_dtype`,

@@ -5,15 +5,14 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from ._axes import (
-    AxisSpec,
     batch_size,
     Frozen,
     Kept,
@@ -214,7 +213,11 @@ def _trace(
         fun, args, kwargs = jtu.tree_unflatten(treedef, full)
         out = fun(*args, **kwargs)
         *arrays, outputs = split_outputs(
-            out, options.out_axes.tree, options.reduction.tree, rows, options.is_broadcast
+            out,
+            options.out_axes.tree,
+            options.reduction.tree,
+            rows,
+            options.is_broadcast,
         )
         return tuple(arrays), outputs
 
@@ -256,12 +259,8 @@ def _check_same(call, structs, axes, outputs: Outputs, plan: ChunkPlan) -> None:
         for x, axis in zip(structs, axes)
     ]
     for slot in outputs.slots(Same):
-        once = jax.vmap(
-            lambda leaves: call(leaves)[1][slot.index],
-            in_axes=(front,),
-            out_axes=None,
-            axis_size=1,
-        )
+        only = ft.partial(lambda i, leaves: call(leaves)[1][i], slot.index)
+        once = jax.vmap(only, in_axes=(front,), out_axes=None, axis_size=1)
         try:
             jax.eval_shape(once, stacked)
         except ValueError as e:

@@ -83,8 +83,9 @@ def over_chunks(
             ]
             return loop(narrow_chunk, wide, stacked=True, remat=remat)
 
-        moving = [(x, t) for x, t, v in zip(primals, tangents, varies) if v]
-        return jax.jvp(differentiable, *zip(*moving))
+        moving = tuple(x for x, v in zip(primals, varies) if v)
+        tangents = tuple(t for t, v in zip(tangents, varies) if v)
+        return jax.jvp(differentiable, moving, tangents)
 
     return evaluate(*leaves)
 
@@ -111,10 +112,10 @@ def _loop(plan, in_axes, kept_axes, combines, chunk, leaves, *, stacked, remat):
     kept, same, _ = jax.eval_shape(at, starts[0])
     # Neither zero is ever read: all rows are written, and `same` is replaced.
     same = [jnp.zeros(x.shape, x.dtype) for x in same]
-    buffers = [] if stacked else [
-        jnp.zeros((*x.shape[:axis], plan.n, *x.shape[axis + 1 :]), x.dtype)
-        for x, axis in zip(kept, kept_axes)
-    ]
+    buffers = []
+    if not stacked:
+        shapes = [_with_size(x.shape, a, plan.n) for x, a in zip(kept, kept_axes)]
+        buffers = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, kept)]
     seeded, values = [], []
     if combines:
         # The first chunk, ahead of the loop, seeds the values; the overlap of a ragged
@@ -134,14 +135,13 @@ def _loop(plan, in_axes, kept_axes, combines, chunk, leaves, *, stacked, remat):
         return (put(buffers, kept, start), same, values), None
 
     with fast_convolutions():
-        (buffers, same, values), stacks = lax.scan(
-            body, (buffers, same, values), starts
-        )
+        carry, stacks = lax.scan(body, (buffers, same, values), starts)
+    buffers, same, values = carry
     if stacked:
         heads = seeded if combines else [None] * len(kept_axes)
         buffers = [
             _unstack(plan, head, stack, axis)
-            for head, stack, axis in zip(heads, stacks, kept_axes)
+            for head, stack, axis in zip(heads, stacks or [], kept_axes)
         ]
     return buffers, same, values
 
@@ -154,14 +154,18 @@ def _remat(fun, remat, *, prevent_cse):
 
 
 def _unstack(plan, head, stack, axis):
-    """The rows of `head` and of `stack[0]`, `stack[1]`, ..., each once, along `axis`."""
-    fresh = plan.rows - plan.overlap
+    """The rows of `head`, `stack[0]`, `stack[1]`, ..., each once, along `axis`."""
     if head is None and plan.overlap:
         head, stack = stack[0], stack[1:]
-    shape = stack.shape[1:]
-    stack = jnp.moveaxis(stack, 0, axis)
-    rows = stack.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+    chunks, *shape = stack.shape
+    rows = jnp.moveaxis(stack, 0, axis).reshape(
+        _with_size(shape, axis, chunks * plan.rows)
+    )
     if head is None:
         return rows
-    head = lax.slice_in_dim(head, 0, fresh, axis=axis)
-    return jnp.concatenate([head, rows], axis)
+    fresh = plan.rows - plan.overlap
+    return jnp.concatenate([lax.slice_in_dim(head, 0, fresh, axis=axis), rows], axis)
+
+
+def _with_size(shape, axis, size):
+    return (*shape[:axis], size, *shape[axis + 1 :])

@@ -49,7 +49,7 @@ class Reduction:
         ... )
         >>> f = ceqx.filter_vmap(lambda x: -x**2, chunk_size=3, reduction=logsumexp)
         >>> print(f(jnp.arange(10.0)).round(4))
-        0.3266
+        0.3267
 
         ```
     """

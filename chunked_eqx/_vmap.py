@@ -126,8 +126,8 @@ def filter_vmap(
     - `axis_name`, `collectives`, `spmd_axis_name`: not supported yet.
     - `axis_size`: the number of rows, if no argument is mapped.
     - `reduction`: a prefix of the output, of `None` (keep the rows), `"sum"`,
-        `"mean"`, `"min"`, `"max"`, `"prod"`, or a [`Reduction`][]. The rows of an output
-        that is reduced are never in memory together.
+        `"mean"`, `"min"`, `"max"`, `"prod"`, or a [`Reduction`][]. The rows of an
+        output that is reduced are never in memory together.
     - `remat`: whether the backward pass computes each chunk again, instead of storing
         what the forward pass computed for all of them; or a `jax.checkpoint` policy.
     - `accumulate_dtype`: cotangents of broadcast floating arrays narrower than this,
@@ -163,8 +163,8 @@ def filter_vmap(
         >>> def loss(w, x):
         ...     square = lambda x: (w * x) ** 2
         ...     return ceqx.filter_vmap(square, chunk_size=2, reduction="mean")(x)
-        >>> print(jax.grad(loss)(3.0, jnp.arange(5.0)))
-        36.0
+        >>> print(jax.grad(loss)(3.0, jnp.arange(4.0)))
+        21.0
 
         ```
     """

@@ -41,12 +41,12 @@ def loss(out):
 
 def tangents_of(tree):
     """Some tangent for every inexact array of `tree`, `None` for the rest."""
-    return jtu.tree_map(
-        lambda x: jnp.cos(x) if eqx.is_inexact_array(x) else None, tree
-    )
+    return jtu.tree_map(lambda x: jnp.cos(x) if eqx.is_inexact_array(x) else None, tree)
 
 
 def temporaries(fun, *args):
     """Bytes of compiled temporaries of `fun`, which is not run."""
     compiled = jax.jit(fun).lower(*args).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes

@@ -1,11 +1,12 @@
 """Bad input: the error names the argument or the leaf, its shape, and the remedy."""
 
-import chunked_eqx as ceqx
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+
+import chunked_eqx as ceqx
 
 
 X = jnp.ones((12, 3))
@@ -28,7 +29,12 @@ def test_unequal_lengths(other):
         rf"float32\[12,3\]\).*`args\[1\]\['y'\]` has {other} rows \(axis 1 of "
     )
     _raises(
-        ValueError, match, lambda x, t: x, X, {"y": jnp.ones((3, other))}, in_axes=(0, 1)
+        ValueError,
+        match,
+        lambda x, t: x,
+        X,
+        {"y": jnp.ones((3, other))},
+        in_axes=(0, 1),
     )
 
 
@@ -60,41 +66,77 @@ def test_axis_out_of_range(axis):
 
 @pytest.mark.parametrize("bad", ["0", 1.0, True, jnp.sum])
 def test_in_axes_of_another_kind(bad):
-    _raises(TypeError, "`in_axes` must consist of None, integers", lambda x: x, X,
-            in_axes=bad)
+    _raises(
+        TypeError,
+        "`in_axes` must consist of None, integers",
+        lambda x: x,
+        X,
+        in_axes=bad,
+    )
 
 
 def test_in_axes_that_are_no_prefix():
-    _raises(ValueError, "`in_axes` must have the structure", lambda x: x["a"],
-            {"a": X}, in_axes=({"b": 0},))
+    _raises(
+        ValueError,
+        "`in_axes` must have the structure",
+        lambda x: x["a"],
+        {"a": X},
+        in_axes=({"b": 0},),
+    )
 
 
 def test_in_axes_of_another_number_of_arguments():
-    _raises(ValueError, "`in_axes` has 2 entries for 1 positional", lambda x: x, X,
-            in_axes=(0, None))
+    _raises(
+        ValueError,
+        "`in_axes` has 2 entries for 1 positional",
+        lambda x: x,
+        X,
+        in_axes=(0, None),
+    )
 
 
 def test_in_axes_of_unknown_name():
-    _raises(ValueError, "`in_axes` names 'z', to which no argument", lambda x: x, X,
-            in_axes={"z": None})
+    _raises(
+        ValueError,
+        "`in_axes` names 'z', to which no argument",
+        lambda x: x,
+        X,
+        in_axes={"z": None},
+    )
 
 
 @pytest.mark.parametrize("args", [(), (2.0,), (jnp.ones(3),)])
 def test_nothing_mapped(args):
-    _raises(ValueError, "Cannot tell the batch size: no argument is mapped",
-            lambda *args: 0, *args, in_axes=None)
+    _raises(
+        ValueError,
+        "Cannot tell the batch size: no argument is mapped",
+        lambda *args: 0,
+        *args,
+        in_axes=None,
+    )
 
 
 def test_axis_size_of_another_length():
-    _raises(ValueError, r"`axis_size` is 5, but `args\[0\]` has 12 rows", lambda x: x,
-            X, axis_size=5)
+    _raises(
+        ValueError,
+        r"`axis_size` is 5, but `args\[0\]` has 12 rows",
+        lambda x: x,
+        X,
+        axis_size=5,
+    )
 
 
 @pytest.mark.parametrize("wrap", [ceqx.filter_vmap, ceqx.filter_chunk])
 def test_batched_output_where_out_axes_says_none(wrap):
     match = r"`out_axes` says that `output\[1\]\['a'\]` is the same for all rows"
-    _raises(ValueError, match, lambda x: (x, {"a": x.sum()}), X, out_axes=(0, None),
-            wrap=wrap)
+    _raises(
+        ValueError,
+        match,
+        lambda x: (x, {"a": x.sum()}),
+        X,
+        out_axes=(0, None),
+        wrap=wrap,
+    )
 
 
 def test_out_axis_out_of_range():
@@ -103,8 +145,13 @@ def test_out_axis_out_of_range():
 
 
 def test_out_axes_that_are_no_prefix():
-    _raises(ValueError, "`out_axes` must have the structure", lambda x: x, X,
-            out_axes=(0, 0))
+    _raises(
+        ValueError,
+        "`out_axes` must have the structure",
+        lambda x: x,
+        X,
+        out_axes=(0, 0),
+    )
 
 
 def test_static_output_with_an_axis():
@@ -113,21 +160,41 @@ def test_static_output_with_an_axis():
 
 
 def test_batched_function_that_mixes_rows():
-    _raises(ValueError, r"`output` is a scalar \(float32\[\]\) and has no axis of rows",
-            lambda x: x.sum(), X, wrap=ceqx.filter_chunk)
-    _raises(ValueError, r"`output` along axis 0, but for (4|12) rows of input it is "
-            r"float32\[3\]", lambda x: x.sum(0), X, wrap=ceqx.filter_chunk)
+    _raises(
+        ValueError,
+        r"`output` is a scalar \(float32\[\]\) and has no axis of rows",
+        lambda x: x.sum(),
+        X,
+        wrap=ceqx.filter_chunk,
+    )
+    _raises(
+        ValueError,
+        r"`output` along axis 0, but for (4|12) rows of input it is "
+        r"float32\[3\]",
+        lambda x: x.sum(0),
+        X,
+        wrap=ceqx.filter_chunk,
+    )
 
 
 def test_reduction_without_batch_axis():
-    _raises(ValueError, "says that it has no batch axis", lambda x: x, X,
-            wrap=ceqx.filter_chunk, out_axes=None, reduction="sum")
+    _raises(
+        ValueError,
+        "says that it has no batch axis",
+        lambda x: x,
+        X,
+        wrap=ceqx.filter_chunk,
+        out_axes=None,
+        reduction="sum",
+    )
 
 
 @pytest.mark.parametrize("wrap", [ceqx.filter_vmap, ceqx.filter_chunk, ceqx.Chunked])
 @pytest.mark.parametrize("bad", [0, -3, 1.5, True, "8"])
 def test_bad_chunk_size(wrap, bad):
-    with pytest.raises((TypeError, ValueError), match="`chunk_size` must be a positive"):
+    with pytest.raises(
+        (TypeError, ValueError), match="`chunk_size` must be a positive"
+    ):
         wrap(lambda x: x, chunk_size=bad)
 
 
@@ -151,7 +218,7 @@ def test_collectives_are_yet_to_come():
     with pytest.raises(ValueError, match='`collectives` must be "batch" or "chunk"'):
         ceqx.filter_vmap(lambda x: x, collectives="none")
     with pytest.raises(TypeError, match="`module` must be callable"):
-        ceqx.Chunked(jnp.ones(3), 2)
+        ceqx.Chunked(jnp.ones(3), 2)  # pyright: ignore[reportArgumentType]
 
 
 def test_keys_that_do_not_fit():

@@ -1,6 +1,5 @@
 import io
 
-import chunked_eqx as ceqx
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +7,8 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+
+import chunked_eqx as ceqx
 
 from .helpers import assert_same, loss
 
@@ -148,7 +149,9 @@ def test_tree_surgery_and_ensembles():
 
     make = lambda key: ceqx.Chunked(eqx.nn.MLP(3, 2, 8, 1, key=key), 5)
     ensemble = eqx.filter_vmap(make)(jr.split(jr.key(0), 4))
-    got = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))(ensemble, X)
+    got = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))(
+        ensemble, X
+    )
     expected = eqx.filter_vmap(
         lambda m, x: jax.vmap(m)(x), in_axes=(eqx.if_array(0), None)
     )(ensemble.module, X)

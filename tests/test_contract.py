@@ -138,13 +138,12 @@ def _cases() -> dict[str, Case]:
     x = _normal(N, 3)
     return {
         "mlp": Case(mlp, (x,)),
-        "mlp bfloat16": Case(
-            bf16, (x.astype(jnp.bfloat16),), rtol=2e-2, atol=2e-2
-        ),
+        "mlp bfloat16": Case(bf16, (x.astype(jnp.bfloat16),), rtol=2e-2, atol=2e-2),
         "conv net": Case(_ConvNet(), (_normal(N, 2, 6, 6),)),
         "gru": Case(_GRU(eqx.nn.GRUCell(3, 4, key=jr.key(2))), (_normal(N, 5, 3),)),
-        "attention": Case(lambda m, x: m(x, x, x), (attention, _normal(N, 6, 4)),
-                          in_axes=(None, 0)),
+        "attention": Case(
+            lambda m, x: m(x, x, x), (attention, _normal(N, 6, 4)), in_axes=(None, 0)
+        ),
         "control flow": Case(_control_flow, (x,)),
         "closure": Case(lambda x: x * offset + 1, (x,)),
         "custom_jvp": Case(_custom_forward, (x,)),
@@ -159,6 +158,7 @@ def _cases() -> dict[str, Case]:
             in_axes=({"a": -1, "b": (1, None)}, None),
             out_axes=(1, (0, None), None),
         ),
+        "empty outputs": Case(lambda x: (x[:0], x), (x,), out_axes=(1, 0)),
         "negative out_axes": Case(lambda x: (x, x[0]), (x,), out_axes=(-1, -1)),
         "broadcast output": Case(
             lambda x, y: (y, x * 2), (x, offset), in_axes=(0, None)
@@ -175,7 +175,8 @@ def _cases() -> dict[str, Case]:
             kwargs={"z": _normal(3, N, seed=5)},
         ),
         "ensemble": Case(
-            lambda model, x: model(x), (ensemble, _normal(3)),
+            lambda model, x: model(x),
+            (ensemble, _normal(3)),
             in_axes=(eqx.if_array(0), None),
         ),
         "ints and bools": Case(
@@ -283,7 +284,9 @@ def test_no_tracer_leaks(name):
             @(lambda f: f if is_module else ft.wraps(case.fun)(f))
             def fun(*args, **kwargs):  # Closes over a tracer.
                 out = case.fun(*args, **kwargs)
-                add = lambda y: y + zero.astype(y.dtype) if eqx.is_inexact_array(y) else y
+                add = lambda y: (
+                    y + zero.astype(y.dtype) if eqx.is_inexact_array(y) else y
+                )
                 return jax.tree.map(add, out)
 
             chunked = dataclasses.replace(case, fun=fun).chunked(5)
@@ -304,18 +307,18 @@ COMPOSITIONS = {
     "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
     "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f)),
     "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x + 1])),
-    "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(lambda y: loss(f(y))))(
-        jnp.stack([x, x + 1])
+    "vmap of grad": lambda f: (
+        lambda x: jax.vmap(jax.grad(lambda y: loss(f(y))))(jnp.stack([x, x + 1]))
     ),
-    "grad of vmap": lambda f: lambda x: jax.grad(lambda y: loss(jax.vmap(f)(y)))(
-        jnp.stack([x, x + 1])
+    "grad of vmap": lambda f: (
+        lambda x: jax.grad(lambda y: loss(jax.vmap(f)(y)))(jnp.stack([x, x + 1]))
     ),
-    "checkpoint": lambda f: jax.grad(
-        lambda x: loss(jax.checkpoint(lambda x: f(x))(x))
+    "checkpoint": lambda f: jax.grad(lambda x: loss(jax.checkpoint(lambda x: f(x))(x))),
+    "scan": lambda f: (
+        lambda x: lax.scan(
+            lambda c, _: (c + jnp.tile(f(c)[:, :1], 3), None), x, length=3
+        )[0]
     ),
-    "scan": lambda f: lambda x: lax.scan(
-        lambda c, _: (c + jnp.tile(f(c)[:, :1], 3), None), x, length=3
-    )[0],
     "grad of jit": lambda f: jax.grad(jax.jit(lambda x: loss(f(x)))),
 }
 
@@ -360,7 +363,9 @@ def test_empty_batch(name, chunk_size):
     inputs = (case.fun, args)
     assert_same(
         eqx.filter_grad(
-            lambda i: loss(dataclasses.replace(case, fun=i[0]).chunked(chunk_size)(*i[1]))
+            lambda i: loss(
+                dataclasses.replace(case, fun=i[0]).chunked(chunk_size)(*i[1])
+            )
         )(inputs),
         eqx.filter_grad(lambda i: loss(case.plain(i[0], i[1], {})))(inputs),
     )

@@ -1,12 +1,13 @@
 """What is held in memory, and how often a function is traced."""
 
-import chunked_eqx as ceqx
 import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+
+import chunked_eqx as ceqx
 
 from .helpers import loss, temporaries
 
@@ -41,7 +42,7 @@ def _by_hand(params, x):
     return lax.scan(lambda _, x: (None, chunk(params, x)), None, x)[1].reshape(-1, 4)
 
 
-def _grad(fun, argnums=0):
+def _grad(fun, argnums: int | tuple[int, ...] = 0):
     return jax.grad(lambda params, x: jnp.mean(fun(params, x) ** 2), argnums)
 
 
@@ -83,7 +84,6 @@ def test_inputs_are_not_copied():
 def test_reduced_rows_are_not_stored():
     wide = lambda x: jnp.outer(x, jnp.ones(64)).ravel()
     f = ceqx.filter_vmap(wide, chunk_size=C, reduction="mean")
-    plain = lambda x: jax.vmap(wide)(x).mean(0)
     x = _batch(256 * C)
     rows = 4 * 16 * 64 * x.shape[0]
     assert temporaries(f, x) < rows / 50
@@ -92,7 +92,6 @@ def test_reduced_rows_are_not_stored():
     # The plain gradient of a sum needs none either; that of a square does.
     square = lambda f: jax.grad(lambda x: (f(x) ** 2).sum())
     assert temporaries(square(f), x) < rows / 50 + 4 * 16 * x.shape[0]
-    del plain
 
 
 def test_inference_makes_no_wide_copy_of_the_parameters():
@@ -109,7 +108,9 @@ def test_remat_off_and_policies():
     on = temporaries(_grad(_chunked), PARAMS, x)
     off = temporaries(_grad(lambda p, x: _chunked(p, x, remat=False)), PARAMS, x)
     everything = jax.checkpoint_policies.everything_saveable
-    policy = temporaries(_grad(lambda p, x: _chunked(p, x, remat=everything)), PARAMS, x)
+    policy = temporaries(
+        _grad(lambda p, x: _chunked(p, x, remat=everything)), PARAMS, x
+    )
     assert off > 5 * on
     assert policy > 5 * on
 

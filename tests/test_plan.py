@@ -1,7 +1,8 @@
-import chunked_eqx as ceqx
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+
+import chunked_eqx as ceqx
 
 
 sizes = st.none() | st.integers(1, 60)

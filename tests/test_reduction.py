@@ -1,10 +1,11 @@
-import chunked_eqx as ceqx
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+
+import chunked_eqx as ceqx
 
 from .helpers import assert_same
 
@@ -71,7 +72,10 @@ def test_derivatives(name, kind, chunk_size):
 @pytest.mark.parametrize("chunk_size", SIZES)
 def test_of_a_batched_function(chunk_size):
     f = ceqx.filter_chunk(
-        lambda x: (x.T, x), chunk_size=chunk_size, out_axes=(1, 0), reduction=("mean", None)
+        lambda x: (x.T, x),
+        chunk_size=chunk_size,
+        out_axes=(1, 0),
+        reduction=("mean", None),
     )
     assert_same(f(X), (X.mean(0), X))
 
@@ -92,8 +96,8 @@ def test_user_reductions_see_subtrees_and_every_row_once(chunk_size):
         return count, x.mean(0), jnp.sum((x - x.mean(0, keepdims=True)) ** 2, axis=0)
 
     def combine(a, b):
-        (n, m, s), (k, l, t) = a, b
-        delta = l - m
+        (n, m, s), (k, o, t) = a, b
+        delta = o - m
         total = n + k
         return total, m + delta * k / total, s + t + delta**2 * n * k / total
 
@@ -132,7 +136,9 @@ def test_constant_outputs_count_once_for_each_row():
 def test_empty_batch(name):
     f = ceqx.filter_vmap(lambda x: x, chunk_size=4, reduction=name)
     if name in ("min", "max"):
-        with pytest.raises(ValueError, match=f'`reduction="{name}"` of a batch without'):
+        with pytest.raises(
+            ValueError, match=f'`reduction="{name}"` of a batch without'
+        ):
             f(X[:0])
     else:
         assert_same(f(X[:0]), getattr(jnp, name)(X[:0], axis=0))

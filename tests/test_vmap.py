@@ -1,12 +1,15 @@
 import functools as ft
+import inspect
+from typing import Any
 
-import chunked_eqx as ceqx
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from hypothesis import given, settings, strategies as st
+
+import chunked_eqx as ceqx
 
 from .helpers import assert_same
 
@@ -95,7 +98,9 @@ def test_outputs_that_do_not_depend_on_the_rows():
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 5])
 def test_axis_size(chunk_size):
-    f = ceqx.filter_vmap(lambda w: w + 1, chunk_size=chunk_size, in_axes=None, axis_size=7)
+    f = ceqx.filter_vmap(
+        lambda w: w + 1, chunk_size=chunk_size, in_axes=None, axis_size=7
+    )
     assert_same(f(jnp.ones(2)), jnp.full((7, 2), 2.0))
 
 
@@ -124,9 +129,9 @@ def test_callables_that_are_not_functions():
 
 def test_is_a_module():
     linear = eqx.nn.Linear(3, 2, key=jr.key(0))
-    f = ceqx.filter_vmap(linear, chunk_size=5)
+    f: Any = ceqx.filter_vmap(linear, chunk_size=5)
     assert isinstance(f, eqx.Module)
-    assert f.__wrapped__ == linear
+    assert inspect.unwrap(f) == linear
     grads = eqx.filter_grad(lambda f: f(X).sum())(f)
     assert_same(grads.__wrapped__.bias, jnp.full(2, 14.0))
     assert f == ceqx.filter_vmap(linear, chunk_size=5)
@@ -157,7 +162,7 @@ def test_random_axes(data):
     full = list(shape)
     full.insert(in_axis % ndim, n)
     x = jnp.arange(float(jnp.prod(jnp.array(full)))).reshape(full)
-    options = dict(in_axes=in_axis, out_axes=(out_axis, 0, None))
+    options: dict[str, Any] = dict(in_axes=in_axis, out_axes=(out_axis, 0, None))
     f = lambda x: (jnp.sin(x), x.sum(), "static")
     got = ceqx.filter_vmap(f, chunk_size=c, **options)(x)
     assert_same(got, eqx.filter_vmap(f, **options)(x))
