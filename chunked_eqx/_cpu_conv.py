@@ -59,8 +59,8 @@ def _lower(ctx: mlir.LoweringRuleContext, lhs, rhs, **params):
         # whatever the platform, and we would be called again, without end.
         raise NotImplementedError(
             "A convolution under `compute_on('device_host')` cannot be lowered on the "
-            "CPU backend after a chunked loop has been traced. Set the environment "
-            f"variable `{_SWITCH}=0`, or remove `compute_on`."
+            "CPU backend after a chunked loop has been traced. Start with the "
+            f"environment variable `{_SWITCH}=0`, or remove `compute_on`."
         )
     marked = traced is not None and _MARK in (traced.xla_metadata or ())
     faster = marked and _is_faster(*ctx.avals_in, *ctx.avals_out, **params)
@@ -84,16 +84,17 @@ def _is_faster(
     **params,
 ) -> bool:
     # Time channels-last over time as it is, in a loop, on jax 0.6, 0.10 and 0.12:
-    # 0.05 to 0.7 for plain, strided, dilated and transposed convolutions in one to
-    # three dimensions and their derivatives (about 1 for 1x1). There is no fast kernel
-    # for other dtypes (float64: 1 to 4; complex and integers are different programs).
+    # 0.02 to 0.9 for plain, strided, dilated and transposed convolutions in one to
+    # three dimensions and their derivatives. (About 1 for few channels, and for the
+    # kernel's gradient of a transposed one; 2 for that in 3-D with less than 32
+    # channels on jax 0.6.) There is no fast kernel for other dtypes (float64: 1 to 4).
     if any(x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) for x in (lhs, rhs)):
         return False
     # Groups are what the fast kernel is slow at: 2 to 20.
     if feature_group_count != 1:
         return False
     # Groups of the batch are the kernel's gradient of a grouped convolution: 1 to 4,
-    # but 0.2 to 0.9 for a depthwise one, where a group is a single channel.
+    # but 0.02 to 1 for a depthwise one, where a group is a single channel.
     channels = rhs.shape[dimension_numbers.rhs_spec[0]]
     if batch_group_count != 1 and not (
         batch_group_count == lhs.shape[dimension_numbers.lhs_spec[0]] == channels
