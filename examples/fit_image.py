@@ -7,11 +7,18 @@ pixel to its colour. It is written for one pixel, and
 picture is rendered. The training step is an ordinary one; the wrapper is its only trace
 of chunking, and the memory of the step no longer grows with the batch.
 
-    python examples/fit_image.py [--steps 220] [--chunk-size 2048] [--out fit_image.png]
+    python examples/fit_image.py [--steps 180] [--chunk-size 2048] [--out fit_image.png]
 
 Expected output (two CPU cores, about a minute), besides `fit_image.png`:
 
-EXPECTED
+    68,480 pixels in every step, 2,048 at a time
+    memory of the training step (compiled temporaries):
+      chunked         4.5 MiB
+      unchunked     152.0 MiB
+    180 steps in 57 s
+    273,280 pixels rendered in 0.8 s
+    PSNR 21.30 dB on the training pixels, 20.50 dB on all pixels
+    wrote fit_image.png
 """
 
 import argparse
@@ -165,8 +172,8 @@ def plot(original: np.ndarray, render: np.ndarray, losses: list, path: str) -> N
 
 def main(argv: list[str] | None = None) -> float:
     """Train, render and plot; return the PSNR on the training pixels in dB."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=220)
+    parser = argparse.ArgumentParser(description="Fit a network to a photograph.")
+    parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--chunk-size", type=int, default=2048, help="pixels at a time")
     parser.add_argument("--out", default="fit_image.png", help="the PNG to write")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)

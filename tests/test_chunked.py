@@ -14,7 +14,10 @@ from .helpers import assert_same, loss
 
 
 N = 14
-SIZES = [None, 1, 5, 7, 13, 14, 20]
+SIZES = [
+    pytest.param(c, marks=() if c in (1, 5) else pytest.mark.slow)
+    for c in (None, 1, 5, 7, 13, 14, 20)
+]
 X = jr.normal(jr.key(0), (N, 3))
 MLP = eqx.nn.MLP(3, 2, 8, 2, key=jr.key(1))
 

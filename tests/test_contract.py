@@ -20,6 +20,9 @@ from .helpers import assert_same, loss, tangents_of
 N = 14
 # None, 1, a divisor, one that makes the first two chunks overlap, and around n.
 CHUNK_SIZES = [None, 1, 7, 5, N - 1, N, N + 1]
+SIZES = [
+    pytest.param(c, marks=() if c in (1, 5) else pytest.mark.slow) for c in CHUNK_SIZES
+]
 
 
 @dataclasses.dataclass
@@ -226,7 +229,7 @@ def _jvp(fun, inputs):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("chunk_size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name, chunk_size, jit):
     case = CASES[name]
@@ -236,7 +239,7 @@ def test_values(name, chunk_size, jit):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("chunk_size", SIZES)
 @pytest.mark.parametrize("name", [*CASES, *REVERSE_ONLY])
 def test_gradient(name, chunk_size, jit):
     case = {**CASES, **REVERSE_ONLY}[name]
@@ -253,7 +256,7 @@ def test_gradient(name, chunk_size, jit):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("chunk_size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_jvp(name, chunk_size, jit):
     case = CASES[name]
@@ -323,7 +326,7 @@ COMPOSITIONS = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 5])
+@pytest.mark.parametrize("chunk_size", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_composes(name, chunk_size):
     transform = COMPOSITIONS[name]

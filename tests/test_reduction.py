@@ -10,7 +10,11 @@ import chunked_eqx as ceqx
 from .helpers import assert_same
 
 
-SIZES = [None, 1, 3, 5, 12, 13, 20]  # For 13 rows, a prime.
+# For 13 rows, a prime.
+SIZES = [
+    pytest.param(c, marks=() if c in (1, 5) else pytest.mark.slow)
+    for c in (None, 1, 3, 5, 12, 13, 20)
+]
 NAMES = ["sum", "mean", "min", "max", "prod"]
 X = jr.normal(jr.key(0), (13, 3)) + 0.5
 
