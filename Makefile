@@ -23,7 +23,7 @@ fast: $(VENV)/.test
 lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(BIN)/python:
 	$(PYTHON) -m venv --without-pip $(VENV)
